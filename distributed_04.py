@@ -64,7 +64,8 @@ def folder_switch(name: str) -> str:
     """An absolute path or gs:// prefix; refuses what Orbax would take for another place, or could not restore from."""
     text = os.environ.get(name, "")
     on_gcs = re.match(r"gs://\w", text)
-    if re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs or re.search(r"[][\\]", text) or not text.isprintable():
+    bad = re.search(r"[][\\]|^\s|\s$", text) or re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs
+    if bad or not text.isprintable() or len(text) > 1000:
         raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\, or gs://bucket/prefix")
     if "step-one" in text.split("/"):
         raise Refused(f"{name}={text!r}: give the parent folder of step-one")
@@ -129,6 +130,11 @@ PHASE_SECONDS = 20
 SHARE_SECONDS = 5
 HEARTBEAT_SECONDS = 25
 GATHER_BYTES = 8192
+RECIPE = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "prng": "threefry2x32 partitionable",
+          "data_seed": DATA_SEED, "key_seed": KEY_SEED, "true_weights": TRUE_WEIGHTS, "width": WIDTH_PER_DEVICE,
+          "examples": EXAMPLES_PER_DEVICE, "batch": BATCH_PER_DEVICE}  # every constant that changes the numbers
+VERSIONS = {"jax": jax.__version__, "orbax-checkpoint": ocp.__version__, "numpy": np.__version__,
+            "python": platform.python_version()}
 
 jax.config.update("jax_default_prng_impl", "threefry2x32")
 jax.config.update("jax_threefry_partitionable", True)
@@ -153,7 +159,7 @@ def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
         for stream, lines in (sys.stdout, out), (sys.stderr, [f"distributed_04.py: {reason}"] if reason else []):
             stream.write("".join(f"{prefix}{line}\n" for line in lines))
             stream.flush()
-    except OSError:
+    except Exception:
         status = status or 1  # a PASS that nobody can read is none
     finally:
         os._exit(status)
@@ -181,7 +187,7 @@ def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECO
 
 def gather(text: str) -> list[str]:
     """One text from each process, in rank order. A peer inside an Orbax call would pair it with Orbax's own barrier."""
-    row = np.frombuffer(text.encode().ljust(GATHER_BYTES, b"\0")[:GATHER_BYTES], np.uint8)
+    row = np.frombuffer(text.encode().ljust(GATHER_BYTES, b"\0"), np.uint8)
     with phase("waiting for the other processes"):
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(row)]
 
@@ -215,7 +221,7 @@ def join_group() -> None:
     if len(set(counts.values())) > 1 or counts.total() < 2:
         raise Refused(f"devices per process {sorted(counts.items())}: 2 or more in all, as many on each process")
     with open(__file__, "rb") as script:
-        mine = {"COURSE_RESUME": RESUME, "COURSE_CHECKPOINT_DIR": FOLDER, **versions(), **recipe(),
+        mine = {"COURSE_RESUME": RESUME, "COURSE_CHECKPOINT_DIR": FOLDER, **VERSIONS, **RECIPE,
                 "script": digest(script.read())[:12]}
     everyone = [json.loads(text) for text in gather(json.dumps([REFUSAL, mine], ensure_ascii=False))]
     problems = [f"{text} ({who})" for text, who in variants([refusal for refusal, _ in everyone]).items() if text] or [
@@ -363,32 +369,21 @@ def digest(value: Any) -> str:
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(data).hexdigest()
 
-def versions() -> dict[str, str]:
-    return {"jax": jax.__version__, "orbax-checkpoint": ocp.__version__, "numpy": np.__version__,
-            "python": platform.python_version()}
-
-def recipe() -> dict[str, Any]:
-    """Every constant that changes the numbers."""
-    return {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "prng": "threefry2x32 partitionable",
-            "data_seed": DATA_SEED, "key_seed": KEY_SEED, "true_weights": TRUE_WEIGHTS, "width": WIDTH_PER_DEVICE,
-            "examples": EXAMPLES_PER_DEVICE, "batch": BATCH_PER_DEVICE}
-
 def contract() -> dict[str, Any]:
     """What a manifest must say for this run to resume; without the targets, whose last bits depend on the BLAS."""
     devices = jax.device_count()
     return {"format": 1, "drill": "distributed-04", "step": 1, "cursor": BATCH_PER_DEVICE * devices, "devices": devices,
-            "recipe": recipe(), "data_sha256": digest(fixture().examples.tobytes())}
+            "recipe": RECIPE, "data_sha256": digest(fixture().examples.tobytes())}
 
-def leaf_digests(state: State) -> dict[str, dict[str, Any]]:
-    return {leaf: {"shape": array.shape, "dtype": str(array.dtype), "sha256": digest(host(array).tobytes())}
-            for leaf, array in state.items()}
+def digests(state: State) -> dict[str, str]:
+    return {leaf: digest(host(array).tobytes()) for leaf, array in state.items()}
 
-def check_bytes(state: State, leaves: dict[str, dict[str, Any]]) -> None:
-    """Every replica has the bytes that `leaves` digests; raises Failed, naming the first leaf that has not."""
+def check_bytes(state: State, wanted: dict[str, str]) -> None:
+    """Every replica has the digested bytes; raises Failed, naming the first leaf that has not."""
     for leaf, array in state.items():
         for value in replicas(array):
-            if (got := digest(value.tobytes())) != (wanted := leaves[leaf]["sha256"]):
-                raise Failed(f"{leaf}, restored bytes: wanted sha256 {wanted[:12]}, got {got[:12]} of {brief(value)}")
+            if (got := digest(value.tobytes())) != wanted[leaf]:
+                raise Failed(f"{leaf}, restored: wanted sha256 {wanted[leaf][:12]}, got {got[:12]}: {brief(value, 40)}")
 
 def publish(path: epath.Path, text: str, kind: type[Exception] = Failed) -> None:
     """Write a file whole or not at all, durably: readers and a power cut meet the old folder or the new file."""
@@ -421,7 +416,7 @@ def share(path: epath.Path, text: str, kind: type[Exception]) -> None:
     together(lambda: jax.process_index() == 0 and publish(path, text, kind))
     together(appears)
 
-def restore_verified(folder: epath.Path, leaves: dict[str, dict[str, Any]]) -> State:
+def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
     """Restore step-one into explicit shardings and compare every replica with its digest; raises Failed.
 
     Stored shapes and dtypes are compared first: Orbax casts to the target's without a word."""
@@ -441,22 +436,24 @@ def restore_verified(folder: epath.Path, leaves: dict[str, dict[str, Any]]) -> S
         together(check_stored)
         with phase("step-one, restored by Orbax"):
             restored = checkpointer.restore(folder / "step-one", fixture().spec)
-    together(lambda: check_bytes(restored, leaves))
+    together(lambda: check_bytes(restored, wanted))
     return restored
 
 def save_accepted(folder: epath.Path, state: State) -> State:
     """Save, wait, restore, verify, and only then accept. Raises Refused (storage) or Failed."""
     token = folder / f"probe-{gather(os.urandom(8).hex())[0]}"
     share(token, token.name, Refused)
-    if jax.process_index() == 0:
-        token.unlink()
-    leaves = leaf_digests(state)
+    with phase(f"{token}, removed"):
+        if jax.process_index() == 0:
+            token.unlink()
     with phase("step-one, saved by Orbax"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "step-one", state)
         checkpointer.wait_until_finished()  # save returns before the bytes are committed
-    restored = restore_verified(folder, leaves)  # on every process against its own digests, so they agree
-    manifest = {**contract(), "leaves": leaves, "saved_by": {
-        **versions(), "backend": jax.default_backend(), "processes": jax.process_count()}}
+    restored = restore_verified(folder, digests(state))  # every process by its own digests: all agree, or all stop
+    manifest = {
+        **contract(), "saved_by": {**VERSIONS, "backend": jax.default_backend(), "processes": jax.process_count()},
+        "leaves": {leaf: {"shape": state[leaf].shape, "dtype": str(state[leaf].dtype), "sha256": sha256}
+                   for leaf, sha256 in digests(state).items()}}
     share(folder / "accepted.json", json.dumps({**manifest, "sha256": digest(manifest)}, indent=1), Failed)
     return restored
 
@@ -466,20 +463,20 @@ def load_accepted(folder: epath.Path | str) -> State:
     Raises Refused (manifest unreadable, changed or of another contract) or Failed (step-one is not what it says)."""
     path = epath.Path(folder) / "accepted.json"
 
-    def read_manifest() -> dict[str, Any]:
-        with phase(f"{path} is not a manifest", Refused):
+    def read_manifest() -> dict[str, str]:
+        with phase(f"{path} is not a manifest: bring the original back, or start in a new folder", Refused):
             manifest = json.loads(path.read_text())
             if manifest.pop("sha256") != digest(manifest):
                 raise Refused(f"{path}: its own sha256 does not fit: changed after acceptance, bring the original back")
             for field, wanted in contract().items():
                 if digest(got := manifest.get(field)) != digest(wanted):
                     raise Refused(f"{path}: {field}: this run has {wanted}, the manifest {brief(got, 300)}")
-            return manifest
+            return {leaf: str(manifest["leaves"][leaf]["sha256"]) for leaf in fixture().spec}
 
-    manifest = together(read_manifest)
-    if len(found := variants(gather(digest(manifest)))) > 1:
+    accepted = together(read_manifest)
+    if len(found := variants(gather(digest(accepted)))) > 1:
         raise Refused(f"{path} differs between processes: {found}")
-    return restore_verified(path.parent, manifest["leaves"])
+    return restore_verified(path.parent, accepted)
 
 # ---- Injected faults: where each must show first ----
 
@@ -511,7 +508,7 @@ def diagnose(reference: list[Update]) -> tuple[list[str], dict[str, list[Update]
     for fault, (leaf, value, _, _) in faults.items():
         faulty, refused = {**here, leaf: value}, ""
         try:
-            check_bytes(faulty, leaf_digests(here))
+            check_bytes(faulty, digests(here))
         except Failed as failure:
             refused = str(failure).split(",")[0]
         runs[fault] = replay(reference[0]._replace(state=faulty))
@@ -533,21 +530,23 @@ def diagnose(reference: list[Update]) -> tuple[list[str], dict[str, list[Update]
 
 # ---- Report and protocol ----
 
+REPORT = f"distributed-04-{'resume' if RESUME else 'first-pass'}.json"
+
 def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update]], table: list[str]) -> None:
     restored, evidence = runs["restored"][0].state, epath.Path(EVIDENCE)
     figure = {"kind": "line", "x": list(range(1, len(runs["restored"]))),
               "xlabel": "update after checkpoint", "ylabel": "batch mean squared loss",
               "series": {name: [update.loss for update in runs[name][1:]]
                          for name in ("uninterrupted", "restored", "momentum lost", "wrong key")}}
-    publish(evidence / f"distributed-04-{'resume' if RESUME else 'first-pass'}.json", json.dumps({
-        "versions": versions(), "backend": jax.default_backend(), "processes": jax.process_count(),
-        "checkpoint": str(folder / "step-one"), "contract": contract(), "digests": leaf_digests(restored),
+    publish(evidence / REPORT, json.dumps({
+        "verdict": "PASS", "versions": VERSIONS, "backend": jax.default_backend(), "processes": jax.process_count(),
+        "checkpoint": str(folder / "step-one"), "contract": contract(), "digests": digests(restored),
         "saved": {leaf: host(array).tolist() for leaf, array in saved.items()},
         "restored": {leaf: host(array).tolist() for leaf, array in restored.items()},
         "runs": {name: {"ids": [update.ids for update in run[1:]], "losses": [update.loss for update in run[1:]]}
                  for name, run in runs.items()},
         "diagnosis": table, "figure": figure, "not_tested": [
-            "several hosts: their network, their clocks, storage shared between them", "accelerators other than backend",
+            "several hosts: their network, their clocks, the storage between them", "accelerators other than backend",
             "any other training job: its state, data pipeline and optimizer"]}, indent=1))
     if importlib.util.find_spec("matplotlib"):
         import matplotlib.figure
@@ -569,6 +568,8 @@ def drill() -> list[str]:
             found = (folder / "step-one").exists(), (folder / "accepted.json").exists(), RESUME
         if found in REFUSALS:
             raise Refused(f"{folder}: {REFUSALS[found]}")
+        if EVIDENCE and jax.process_index() == 0:
+            publish(epath.Path(EVIDENCE) / REPORT, '{"verdict": "unfinished"}', Refused)
 
     together(look_up)
     start = initial_state()
