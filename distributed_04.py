@@ -29,9 +29,11 @@ import gc
 gc.disable()  # importing JAX makes a million objects that live to the end; walking them is a tenth of the run
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -45,6 +47,9 @@ import time
 import traceback
 from collections import Counter
 from typing import Any, Callable, Iterator, NamedTuple, NoReturn
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C needs no traceback
 
 class Refused(Exception):
     """The run cannot start as asked: exit status 2."""
@@ -65,15 +70,15 @@ def folder_switch(name: str) -> str:
     text = os.environ.get(name, "")
     on_gcs = re.match(r"gs://\w", text)
     bad = re.search(r"[][\\]|^\s|\s$", text) or re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs
-    if bad or not text.isprintable() or len(text) > 1000:
+    if bad or not text.isprintable() or len(text.encode()) > 1000:
         raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\, or gs://bucket/prefix")
-    if "step-one" in text.split("/"):
+    if "step-one" in os.path.realpath(text).split("/"):
         raise Refused(f"{name}={text!r}: give the parent folder of step-one")
     if on_gcs and not importlib.util.find_spec("gcsfs"):
         raise Refused(f"{name}={text!r} needs a package: pip install gcsfs")
     return text.rstrip("/") if on_gcs else text and os.path.abspath(text)
 
-RESUME, FOLDER, EVIDENCE, REFUSAL = False, "", "", ""
+MULTIPROCESS, RESUME, FOLDER, EVIDENCE, REFUSAL = False, False, "", "", ""
 ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else []
 if ARGUMENTS in (["--help"], ["-h"]):
     raise SystemExit(print(__doc__))
@@ -81,18 +86,15 @@ try:
     if ARGUMENTS:
         raise Refused(f"unknown argument {ARGUMENTS[0]!r}: the switches are environment variables, see --help")
     MULTIPROCESS = switch("COURSE_MULTIPROCESS")
-    try:
-        RESUME, FOLDER = switch("COURSE_RESUME"), folder_switch("COURSE_CHECKPOINT_DIR")
-        EVIDENCE = folder_switch("COURSE_EVIDENCE_DIR")
-        if not FOLDER and (RESUME or MULTIPROCESS):
-            raise Refused("COURSE_CHECKPOINT_DIR is unset: name the folder that first pass, resume and processes share")
-    except Refused as reason:
-        if not MULTIPROCESS:
-            raise
-        REFUSAL = str(reason)  # waits for the agreement: leaving alone would strand the others
-except Refused as reason:
-    print(f"distributed_04.py: {reason}", file=sys.stderr)
-    raise SystemExit(2) from None
+    RESUME, FOLDER = switch("COURSE_RESUME"), folder_switch("COURSE_CHECKPOINT_DIR")
+    EVIDENCE = folder_switch("COURSE_EVIDENCE_DIR")
+    if not FOLDER and (RESUME or MULTIPROCESS):
+        raise Refused("COURSE_CHECKPOINT_DIR is unset: name the folder that first pass, resume and processes share")
+except (Refused, OSError) as reason:
+    REFUSAL = str(reason)
+    if not MULTIPROCESS:  # in a group it waits for the agreement: leaving alone would strand the others
+        print(f"distributed_04.py: {REFUSAL}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 # ---- Runtime: nothing in the environment may bend the drill ----
 
@@ -156,13 +158,14 @@ def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
     joined = multihost_utils.distributed.global_state  # asking the backend for the rank could wait for a peer
     prefix = f"[{joined.process_id}/{joined.num_processes}] " if MULTIPROCESS else ""
     try:
-        for stream, lines in (sys.stdout, out), (sys.stderr, [f"distributed_04.py: {reason}"] if reason else []):
-            stream.write("".join(f"{prefix}{line}\n" for line in lines))
-            stream.flush()
-    except Exception:
-        status = status or 1  # a PASS that nobody can read is none
-    finally:
-        os._exit(status)
+        sys.stdout.write("".join(f"{prefix}{line}\n" for line in out))
+        sys.stdout.flush()
+    except Exception as error:  # a PASS that nobody can read is none
+        status, reason = status or 1, reason or f"standard output cannot be written: {type(error).__name__}"
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"{prefix}distributed_04.py: {reason}\n" if reason else "")
+        sys.stderr.flush()
+    os._exit(status)
 
 @contextlib.contextmanager
 def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECONDS) -> Iterator[None]:
@@ -181,7 +184,8 @@ def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECO
     except (Refused, Failed):
         raise
     except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {brief(error, 300)}") from error
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)  # no fault of the settings
+        raise (Failed if full else kind)(f"{what}: {type(error).__name__}: {brief(error, 300)}") from error
     finally:
         timer.cancel()
 
@@ -211,7 +215,7 @@ def together(check: Callable[[], Any]) -> Any:
 
 def join_group() -> None:
     """Bring up the runtime, and agree on all that could make the processes take different branches."""
-    with phase("waiting for all processes to join", Refused, START_SECONDS):
+    with phase("joining the group that Cloud TPU, Slurm or Open MPI has started", Refused, START_SECONDS):
         if MULTIPROCESS:
             jax.distributed.initialize(
                 initialization_timeout=2 * START_SECONDS, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -221,42 +225,42 @@ def join_group() -> None:
     if len(set(counts.values())) > 1 or counts.total() < 2:
         raise Refused(f"devices per process {sorted(counts.items())}: 2 or more in all, as many on each process")
     with open(__file__, "rb") as script:
-        mine = {"COURSE_RESUME": RESUME, "COURSE_CHECKPOINT_DIR": FOLDER, **VERSIONS, **RECIPE,
-                "script": digest(script.read())[:12]}
-    everyone = [json.loads(text) for text in gather(json.dumps([REFUSAL, mine], ensure_ascii=False))]
-    problems = [f"{text} ({who})" for text, who in variants([refusal for refusal, _ in everyone]).items() if text] or [
-        f"all processes must be alike, {field} is " + ", ".join(f"{value} on {who}" for value, who in found.items())
-        for field in mine if len(found := variants([repr(settings[field]) for _, settings in everyone])) > 1]
-    if problems:
-        raise Refused("; ".join(problems))
+        mine = {"refusal": REFUSAL, "COURSE_RESUME": RESUME, "COURSE_CHECKPOINT_DIR": FOLDER,
+                "COURSE_EVIDENCE_DIR": EVIDENCE, **RECIPE, **VERSIONS, "script": digest(script.read())[:12]}
+    everyone = [json.loads(text) for text in gather(json.dumps(mine, ensure_ascii=False))]
+    for field in mine:
+        if len(found := variants([repr(settings[field]) for settings in everyone])) > 1:
+            raise Refused(f"all processes must be started alike: {field} is "
+                          + ", ".join(f"{value} on {processes}" for value, processes in found.items()))
+    if REFUSAL:
+        raise Refused(REFUSAL)
 
 # ---- Fixture and placement ----
 
-class Fixture(NamedTuple):
-    """Fixed inputs for D devices: all state is replicated, batch rows are sharded over the mesh axis `data`."""
-    replicated: NamedSharding
-    sharded: NamedSharding
-    examples: np.ndarray  # float32 [4D, 2D]
-    targets: np.ndarray  # float32 [4D]
-    spec: dict[str, jax.ShapeDtypeStruct]  # every leaf of the state
+@functools.cache
+def sharding(*axes: str) -> NamedSharding:
+    """Replicated, or with rows sharded over the one mesh axis, `data`, of all D devices."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec(*axes))
 
 @functools.cache
-def fixture() -> Fixture:
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """float32 examples [4D, 2D] and targets [4D]."""
     examples, width = EXAMPLES_PER_DEVICE * jax.device_count(), WIDTH_PER_DEVICE * jax.device_count()
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    data = np.random.default_rng(DATA_SEED).normal(size=(examples, width)).astype(np.float32)
-    return Fixture(
-        replicated, NamedSharding(mesh, PartitionSpec("data")),
-        data, data @ np.linspace(*TRUE_WEIGHTS, width, dtype=np.float32),
-        {leaf: jax.ShapeDtypeStruct(shape, dtype, sharding=replicated) for leaf, shape, dtype in (
-            ("weights", (width,), "float32"), ("momentum", (width,), "float32"), ("key", (2,), "uint32"),
-            ("order", (examples,), "int32"), ("cursor", (), "int32"), ("step", (), "int32"))})
+    rows = np.random.default_rng(DATA_SEED).normal(size=(examples, width)).astype(np.float32)
+    return rows, rows @ np.linspace(*TRUE_WEIGHTS, width, dtype=np.float32)
 
-def put(value: Any, sharding: NamedSharding | None = None) -> jax.Array:
+@functools.cache
+def spec() -> dict[str, jax.ShapeDtypeStruct]:
+    """Every leaf of the state, all replicated."""
+    examples, width = data()[0].shape
+    return {leaf: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding()) for leaf, shape, dtype in (
+        ("weights", (width,), "float32"), ("momentum", (width,), "float32"), ("key", (2,), "uint32"),
+        ("order", (examples,), "int32"), ("cursor", (), "int32"), ("step", (), "int32"))}
+
+def put(value: Any, *axes: str) -> jax.Array:
     """Place a host value that all processes hold; device_put would start a collective to compare them."""
     value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding or fixture().replicated, lambda index: value[index])
+    return jax.make_array_from_callback(value.shape, sharding(*axes), lambda index: value[index])
 
 def host(leaf: jax.Array) -> np.ndarray:
     return np.asarray(leaf.addressable_data(0))
@@ -267,7 +271,7 @@ def replicas(leaf: jax.Array) -> list[np.ndarray]:
 
 # ---- State and transition ----
 
-State = dict[str, jax.Array]  # the leaves of Fixture.spec
+State = dict[str, jax.Array]  # the leaves of spec()
 
 class Update(NamedTuple):
     ids: list[int]
@@ -298,7 +302,7 @@ def update(weights: jax.Array, momentum: jax.Array, inputs: jax.Array, targets: 
 
 def initial_state() -> State:
     key, order = new_epoch(seed_key(KEY_SEED), EXAMPLES_PER_DEVICE * jax.device_count())
-    zeros = {leaf: put(np.zeros(spec.shape, spec.dtype)) for leaf, spec in fixture().spec.items()}
+    zeros = {leaf: put(np.zeros(like.shape, like.dtype)) for leaf, like in spec().items()}
     return {**zeros, "key": put(key), "order": put(order)}
 
 def transition(state: State) -> Update:
@@ -308,7 +312,7 @@ def transition(state: State) -> Update:
         key, order = map(put, new_epoch(host(key), order.size))
         cursor = 0
     ids = host(order)[cursor : (cursor := cursor + BATCH_PER_DEVICE * jax.device_count())]
-    inputs, targets = (put(rows[ids], fixture().sharded) for rows in (fixture().examples, fixture().targets))
+    inputs, targets = (put(rows[ids], "data") for rows in data())
     weights, momentum, loss = update(state["weights"], state["momentum"], inputs, targets)
     return Update(ids.tolist(), float(host(loss)), {
         "weights": weights, "momentum": momentum, "key": key, "order": order,
@@ -334,7 +338,7 @@ def differences(wanted: list[Update], got: list[Update]) -> Iterator[tuple[str, 
     for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
         pairs = {"ids": (one.ids, [other.ids] * jax.local_device_count()),
                  "loss": (one.loss, [other.loss] * jax.local_device_count()),
-                 **{leaf: (host(one.state[leaf]), replicas(other.state[leaf])) for leaf in fixture().spec}}
+                 **{leaf: (host(one.state[leaf]), replicas(other.state[leaf])) for leaf in spec()}}
         for what, (value, others) in pairs.items():
             if unlike := [other for other in others if not equal(value, other)]:
                 yield f"{what} at update {number}", len(unlike), f"wanted {brief(value)}, got {brief(unlike[0])}"
@@ -342,7 +346,7 @@ def differences(wanted: list[Update], got: list[Update]) -> Iterator[tuple[str, 
 def check_arithmetic(before: State, run: list[Update]) -> None:
     """Each update once more, in float64 NumPy with the derivative 2/n x.T (x w - y) written out: no code shared."""
     for number, (ids, loss, after) in enumerate(run):
-        x, y = fixture().examples[ids].astype(float), fixture().targets[ids].astype(float)
+        x, y = (rows[ids].astype(float) for rows in data())
         error = x @ host(before["weights"]) - y
         momentum = MOMENTUM * host(before["momentum"]) + 2 / len(ids) * x.T @ error
         weights = host(before["weights"]) - LEARNING_RATE * momentum
@@ -373,7 +377,7 @@ def contract() -> dict[str, Any]:
     """What a manifest must say for this run to resume; without the targets, whose last bits depend on the BLAS."""
     devices = jax.device_count()
     return {"format": 1, "drill": "distributed-04", "step": 1, "cursor": BATCH_PER_DEVICE * devices, "devices": devices,
-            "recipe": RECIPE, "data_sha256": digest(fixture().examples.tobytes())}
+            "recipe": RECIPE, "data_sha256": digest(data()[0].tobytes())}
 
 def digests(state: State) -> dict[str, str]:
     return {leaf: digest(host(array).tobytes()) for leaf, array in state.items()}
@@ -392,26 +396,27 @@ def publish(path: epath.Path, text: str, kind: type[Exception] = Failed) -> None
         if str(path).startswith("gs://"):
             path.write_text(text)  # one object write is atomic
             return
-        with open(temporary := f"{path}.{os.getpid()}", "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary := f"{path}.{os.getpid()}", "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
         os.fsync(parent := os.open(path.parent, os.O_RDONLY))
         os.close(parent)
 
 def share(path: epath.Path, text: str, kind: type[Exception]) -> None:
     """Process 0 publishes a file; every process must come to read it, or the folder is not shared."""
     def appears() -> None:
-        deadline, got = time.monotonic() + SHARE_SECONDS, ""
-        while got != text:
-            if time.monotonic() > deadline:
-                raise kind(f"shared storage, {path}: wanted what process 0 wrote, got {brief(got)}")
-            try:
-                got = path.read_text()
-            except OSError as error:  # a network file system may take a moment
-                got = type(error).__name__
-                time.sleep(0.02)
+        for _ in range(50 * SHARE_SECONDS):  # a network file system may take a moment
+            with contextlib.suppress(OSError):
+                if path.read_text() == text:
+                    return
+            time.sleep(0.02)
+        raise kind(f"shared storage: {path}, as process 0 wrote it, cannot be read within {SHARE_SECONDS} s")
 
     together(lambda: jax.process_index() == 0 and publish(path, text, kind))
     together(appears)
@@ -425,7 +430,7 @@ def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
                 for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
     def check_stored() -> None:
-        wanted, got = described(fixture().spec), described(stored)
+        wanted, got = described(spec()), described(stored)
         for leaf in wanted | got:
             if wanted.get(leaf) != got.get(leaf):
                 raise Failed(f"{leaf}, as stored: wanted {wanted.get(leaf)}, got {got.get(leaf)}")
@@ -435,7 +440,7 @@ def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
             stored = checkpointer.metadata(folder / "step-one").item_metadata.tree
         together(check_stored)
         with phase("step-one, restored by Orbax"):
-            restored = checkpointer.restore(folder / "step-one", fixture().spec)
+            restored = checkpointer.restore(folder / "step-one", spec())
     together(lambda: check_bytes(restored, wanted))
     return restored
 
@@ -468,10 +473,15 @@ def load_accepted(folder: epath.Path | str) -> State:
             manifest = json.loads(path.read_text())
             if manifest.pop("sha256") != digest(manifest):
                 raise Refused(f"{path}: its own sha256 does not fit: changed after acceptance, bring the original back")
-            for field, wanted in contract().items():
-                if digest(got := manifest.get(field)) != digest(wanted):
-                    raise Refused(f"{path}: {field}: this run has {wanted}, the manifest {brief(got, 300)}")
-            return {leaf: str(manifest["leaves"][leaf]["sha256"]) for leaf in fixture().spec}
+            wanted = {**RECIPE, **contract(),
+                      "leaves": {leaf: [like.shape, str(like.dtype)] for leaf, like in spec().items()}}
+            got = {**manifest["recipe"], **manifest, "leaves": {
+                leaf: [entry["shape"], entry["dtype"]] for leaf, entry in manifest["leaves"].items()}}
+            for field in wanted:
+                if digest(wanted[field]) != digest(got.get(field)):
+                    raise Refused(f"{path}: {field}: wanted {brief(wanted[field])}, got {brief(got.get(field))}:"
+                                  " resume with the script and devices that saved it, or use a new folder")
+            return {leaf: str(entry["sha256"]) for leaf, entry in manifest["leaves"].items()}
 
     accepted = together(read_manifest)
     if len(found := variants(gather(digest(accepted)))) > 1:
@@ -548,7 +558,9 @@ def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update
         "diagnosis": table, "figure": figure, "not_tested": [
             "several hosts: their network, their clocks, the storage between them", "accelerators other than backend",
             "any other training job: its state, data pipeline and optimizer"]}, indent=1))
-    if importlib.util.find_spec("matplotlib"):
+    if not importlib.util.find_spec("matplotlib"):
+        return
+    with phase("figure"):
         import matplotlib.figure
         matplotlib.rcParams["svg.hashsalt"] = "distributed-04"  # the same drawing is the same file
         drawing = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
@@ -556,22 +568,24 @@ def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update
         for (name, losses), style in zip(figure["series"].items(), ("o-", "x--", "s:", "^:"), strict=True):
             axes.plot(figure["x"], losses, style, label=name, markersize=9 if style == "o-" else 6)
         axes.legend()
-        drawing.savefig(evidence / "distributed-04.svg", metadata={"Date": None})
+        drawing.savefig(svg := io.StringIO(), format="svg", metadata={"Date": None})
+        publish(evidence / "distributed-04.svg", svg.getvalue())
 
 def drill() -> list[str]:
     """The protocol; returns the report. Raises Refused or Failed."""
     join_group()
-    folder = epath.Path(FOLDER or tempfile.mkdtemp(prefix="distributed-04-"))
 
-    def look_up() -> None:
-        with phase(f"{folder} cannot be read", Refused):
+    def look_up() -> epath.Path:
+        with phase(f"{FOLDER or 'temporary folder'} cannot be used", Refused):
+            folder = epath.Path(FOLDER or tempfile.mkdtemp(prefix="distributed-04-"))
             found = (folder / "step-one").exists(), (folder / "accepted.json").exists(), RESUME
         if found in REFUSALS:
             raise Refused(f"{folder}: {REFUSALS[found]}")
         if EVIDENCE and jax.process_index() == 0:
             publish(epath.Path(EVIDENCE) / REPORT, '{"verdict": "unfinished"}', Refused)
+        return folder
 
-    together(look_up)
+    folder = together(look_up)
     start = initial_state()
     point = transition(start)
     restored = load_accepted(folder) if RESUME else save_accepted(folder, point.state)
@@ -606,7 +620,6 @@ def drill() -> list[str]:
     return report
 
 def main() -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         leave(0, drill())
     except Refused as refusal:
