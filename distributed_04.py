@@ -138,10 +138,9 @@ RECIPE = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "prng": "threefr
 VERSIONS = {"jax": jax.__version__, "orbax-checkpoint": ocp.__version__, "numpy": np.__version__,
             "python": platform.python_version()}
 
-jax.config.update("jax_default_prng_impl", "threefry2x32")
-jax.config.update("jax_threefry_partitionable", True)
-jax.config.update("jax_random_seed_offset", 0)
-jax.config.update("jax_enable_x64", False)
+for option, pinned in (("default_prng_impl", "threefry2x32"), ("threefry_partitionable", True),
+                       ("random_seed_offset", 0), ("enable_x64", False)):
+    jax.config.update(f"jax_{option}", pinned)
 if not MULTIPROCESS:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -153,10 +152,15 @@ def brief(value: Any, length: int = 60) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
+def place() -> tuple[str, str]:
+    """This process's prefix and address in the group, known before it has joined: asking the backend could wait."""
+    known = multihost_utils.distributed.global_state
+    address = f"rank {known.process_id} of {known.num_processes}, coordinator {known.coordinator_address}"
+    return (f"[{known.process_id}/{known.num_processes}] ", f" ({address})") if MULTIPROCESS else ("", "")
+
 def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
     """Print and exit at once: one write keeps a group's lines whole, and Orbax's threads would stay for minutes."""
-    joined = multihost_utils.distributed.global_state  # asking the backend for the rank could wait for a peer
-    prefix = f"[{joined.process_id}/{joined.num_processes}] " if MULTIPROCESS else ""
+    prefix, _ = place()
     try:
         sys.stdout.write("".join(f"{prefix}{line}\n" for line in out))
         sys.stdout.flush()
@@ -171,9 +175,7 @@ def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
 def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECONDS) -> Iterator[None]:
     """Bound what may hang, and turn whatever a library raises into one line of `kind`."""
     def give_up() -> None:
-        joined = multihost_utils.distributed.global_state
-        leave(1, [f"FAIL: distributed-04: {what}: waited {seconds} s as rank {joined.process_id} of"
-                  f" {joined.num_processes}, coordinator {joined.coordinator_address}"],
+        leave(1, [f"FAIL: distributed-04: {what}: waited {seconds} s{place()[1]}"],
               "a process did not start, has died or was stopped, or the storage does not answer")
 
     timer = threading.Timer(seconds, give_up)
@@ -185,7 +187,7 @@ def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECO
         raise
     except Exception as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)  # no fault of the settings
-        raise (Failed if full else kind)(f"{what}: {type(error).__name__}: {brief(error, 300)}") from error
+        raise (Failed if full else kind)(f"{what}: {type(error).__name__}: {brief(error, 300)}{place()[1]}") from error
     finally:
         timer.cancel()
 
@@ -200,18 +202,18 @@ def variants(texts: list[str]) -> dict[str, str]:
     return {text: "process " + ",".join(str(rank) for rank, other in enumerate(texts) if other == text)
             for text in dict.fromkeys(texts)}
 
-def together(check: Callable[[], Any]) -> Any:
-    """Run a check of our own on every process; what stops one stops all, with the same line."""
-    result, verdict = None, ""
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Checks of our own, on every process: what stops one stops all, with the same line."""
+    verdict = ""
     try:
-        result = check()
+        yield
     except (Refused, Failed) as problem:
         verdict = f"{type(problem).__name__} {problem}"
     for text, processes in variants(gather(verdict)).items():
         if text:
             kind, _, line = text.partition(" ")
             raise {"Refused": Refused, "Failed": Failed}[kind](line + f" ({processes})" * MULTIPROCESS)
-    return result
 
 def join_group() -> None:
     """Bring up the runtime, and agree on all that could make the processes take different branches."""
@@ -410,16 +412,15 @@ def publish(path: epath.Path, text: str, kind: type[Exception] = Failed) -> None
 
 def share(path: epath.Path, text: str, kind: type[Exception]) -> None:
     """Process 0 publishes a file; every process must come to read it, or the folder is not shared."""
-    def appears() -> None:
-        for _ in range(50 * SHARE_SECONDS):  # a network file system may take a moment
-            with contextlib.suppress(OSError):
-                if path.read_text() == text:
-                    return
+    with together():
+        if jax.process_index() == 0:
+            publish(path, text, kind)
+    with together(), phase(f"shared storage: {path}, as process 0 wrote it, is not to be read here", kind):
+        deadline = time.monotonic() + SHARE_SECONDS
+        while not path.exists() and time.monotonic() < deadline:  # a network file system may take a moment
             time.sleep(0.02)
-        raise kind(f"shared storage: {path}, as process 0 wrote it, cannot be read within {SHARE_SECONDS} s")
-
-    together(lambda: jax.process_index() == 0 and publish(path, text, kind))
-    together(appears)
+        if path.read_text() != text:
+            raise ValueError("other content")
 
 def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
     """Restore step-one into explicit shardings and compare every replica with its digest; raises Failed.
@@ -429,19 +430,17 @@ def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
         return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype} {list(leaf.shape)}"
                 for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
-    def check_stored() -> None:
-        wanted, got = described(spec()), described(stored)
-        for leaf in wanted | got:
-            if wanted.get(leaf) != got.get(leaf):
-                raise Failed(f"{leaf}, as stored: wanted {wanted.get(leaf)}, got {got.get(leaf)}")
-
     with ocp.StandardCheckpointer() as checkpointer:
-        with phase("step-one, read by Orbax"):
-            stored = checkpointer.metadata(folder / "step-one").item_metadata.tree
-        together(check_stored)
+        with together():
+            with phase("step-one, read by Orbax"):
+                stored = described(checkpointer.metadata(folder / "step-one").item_metadata.tree)
+            for leaf in (like := described(spec())) | stored:
+                if like.get(leaf) != stored.get(leaf):
+                    raise Failed(f"{leaf}, as stored: wanted {like.get(leaf)}, got {stored.get(leaf)}")
         with phase("step-one, restored by Orbax"):
             restored = checkpointer.restore(folder / "step-one", spec())
-    together(lambda: check_bytes(restored, wanted))
+    with together():
+        check_bytes(restored, wanted)
     return restored
 
 def save_accepted(folder: epath.Path, state: State) -> State:
@@ -467,24 +466,20 @@ def load_accepted(folder: epath.Path | str) -> State:
 
     Raises Refused (manifest unreadable, changed or of another contract) or Failed (step-one is not what it says)."""
     path = epath.Path(folder) / "accepted.json"
-
-    def read_manifest() -> dict[str, str]:
-        with phase(f"{path} is not a manifest: bring the original back, or start in a new folder", Refused):
-            manifest = json.loads(path.read_text())
-            if manifest.pop("sha256") != digest(manifest):
-                raise Refused(f"{path}: its own sha256 does not fit: changed after acceptance, bring the original back")
-            wanted = {**RECIPE, **contract(),
-                      "leaves": {leaf: [like.shape, str(like.dtype)] for leaf, like in spec().items()}}
-            got = {**manifest["recipe"], **manifest, "leaves": {
-                leaf: [entry["shape"], entry["dtype"]] for leaf, entry in manifest["leaves"].items()}}
-            for field in wanted:
-                if digest(wanted[field]) != digest(got.get(field)):
-                    raise Refused(f"{path}: {field}: wanted {brief(wanted[field])}, got {brief(got.get(field))}:"
-                                  " resume with the script and devices that saved it, or use a new folder")
-            return {leaf: str(entry["sha256"]) for leaf, entry in manifest["leaves"].items()}
-
-    accepted = together(read_manifest)
-    if len(found := variants(gather(digest(accepted)))) > 1:
+    with together(), phase(f"{path} is not a manifest: bring the original back, or use a new folder", Refused):
+        manifest = json.loads(path.read_text())
+        if manifest.pop("sha256") != digest(manifest):
+            raise Refused(f"{path}: its own sha256 does not fit: changed after acceptance, bring the original back")
+        wanted = {**RECIPE, **contract(),
+                  "leaves": {leaf: [like.shape, str(like.dtype)] for leaf, like in spec().items()}}
+        got = {**manifest["recipe"], **manifest,
+               "leaves": {leaf: [entry["shape"], entry["dtype"]] for leaf, entry in manifest["leaves"].items()}}
+        for field in wanted:
+            if digest(wanted[field]) != digest(got.get(field)):
+                raise Refused(f"{path}: {field}: wanted {brief(wanted[field])}, got {brief(got.get(field))}:"
+                              " resume with the script and devices that saved it, or use a new folder")
+        accepted = {leaf: str(entry["sha256"]) for leaf, entry in manifest["leaves"].items()}
+    if len(found := variants(gather(digest(manifest)))) > 1:
         raise Refused(f"{path} differs between processes: {found}")
     return restore_verified(path.parent, accepted)
 
@@ -574,8 +569,7 @@ def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update
 def drill() -> list[str]:
     """The protocol; returns the report. Raises Refused or Failed."""
     join_group()
-
-    def look_up() -> epath.Path:
+    with together():
         with phase(f"{FOLDER or 'temporary folder'} cannot be used", Refused):
             folder = epath.Path(FOLDER or tempfile.mkdtemp(prefix="distributed-04-"))
             found = (folder / "step-one").exists(), (folder / "accepted.json").exists(), RESUME
@@ -583,21 +577,15 @@ def drill() -> list[str]:
             raise Refused(f"{folder}: {REFUSALS[found]}")
         if EVIDENCE and jax.process_index() == 0:
             publish(epath.Path(EVIDENCE) / REPORT, '{"verdict": "unfinished"}', Refused)
-        return folder
-
-    folder = together(look_up)
     start = initial_state()
     point = transition(start)
     restored = load_accepted(folder) if RESUME else save_accepted(folder, point.state)
     uninterrupted, resumed = replay(point), replay(point._replace(state=restored))
-
-    def check_replay() -> None:
+    with together():
         for sign, _, values in differences(uninterrupted, resumed):
             raise Failed(f"{sign}, after the restart: {values}")
         check_arithmetic(start, uninterrupted)
         check_arithmetic(start, resumed)
-
-    together(check_replay)
     table, faulty = diagnose(uninterrupted)
     drift = np.abs(host(faulty["momentum lost"][1].state["weights"]) - host(uninterrupted[1].state["weights"])).max()
     report = [
@@ -613,8 +601,9 @@ def drill() -> list[str]:
         "Current-epoch batch matches; next-epoch batch exposes the wrong key.",
         "PASS: distributed-04" + (
             " (one process: not multi-controller evidence)" if MULTIPROCESS and jax.process_count() == 1 else "")]
-    runs = {"uninterrupted": uninterrupted, "restored": resumed, **faulty}
-    together(lambda: EVIDENCE and jax.process_index() == 0 and write_evidence(folder, point.state, runs, table))
+    with together():
+        if EVIDENCE and jax.process_index() == 0:
+            write_evidence(folder, point.state, {"uninterrupted": uninterrupted, "restored": resumed, **faulty}, table)
     with phase("waiting for all processes to leave"):
         jax.distributed.shutdown()  # no process prints PASS before every process has reached this line
     return report
