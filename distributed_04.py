@@ -188,7 +188,7 @@ def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECO
         raise
     except Exception as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)  # no fault of the settings
-        raise (Failed if full else kind)(f"{what}: {type(error).__name__}: {brief(error, 300)}{place()[1]}") from error
+        raise (Failed if full else kind)(f"{what}: {type(error).__name__}: {brief(error, 300)}") from error
     finally:
         timer.cancel()
 
@@ -216,13 +216,23 @@ def together() -> Iterator[None]:
             kind, _, line = text.partition(" ")
             raise {"Refused": Refused, "Failed": Failed}[kind](line + f" ({processes})" * MULTIPROCESS)
 
+def alike(field: str, values: list[str]) -> None:
+    """Refuse on every process, naming each one's value, unless all are equal."""
+    if len(found := variants(values)) > 1:
+        raise Refused(f"all processes must be started alike: {field} is "
+                      + ", ".join(f"{value} on {processes}" for value, processes in found.items()))
+
 def join_group() -> None:
     """Bring up the runtime, and agree on all that could make the processes take different branches."""
-    with phase("joining the group that Cloud TPU, Slurm or Open MPI has started", Refused, START_SECONDS):
+    what = "joining the group that Cloud TPU, Slurm or Open MPI has started"
+    with phase(what, Refused, START_SECONDS):
         if MULTIPROCESS:
-            jax.distributed.initialize(
-                initialization_timeout=2 * START_SECONDS, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-                shutdown_timeout_seconds=PHASE_SECONDS)
+            try:
+                jax.distributed.initialize(
+                    initialization_timeout=2 * START_SECONDS, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                    shutdown_timeout_seconds=PHASE_SECONDS)
+            except Exception as error:  # no launcher, or a port in use: the address says which
+                raise Refused(f"{what}: {brief(error, 300)}{place()[1]}") from error
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's preemption notifier would swallow it
         counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1 or counts.total() < 2:
@@ -232,9 +242,7 @@ def join_group() -> None:
                 "COURSE_EVIDENCE_DIR": EVIDENCE, **RECIPE, **VERSIONS, "script": digest(script.read())[:12]}
     everyone = [json.loads(text) for text in gather(json.dumps(mine, ensure_ascii=False))]
     for field in mine:
-        if len(found := variants([repr(settings[field]) for settings in everyone])) > 1:
-            raise Refused(f"all processes must be started alike: {field} is "
-                          + ", ".join(f"{value} on {processes}" for value, processes in found.items()))
+        alike(field, [repr(settings[field]) for settings in everyone])
     if REFUSAL:
         raise Refused(REFUSAL)
 
@@ -308,6 +316,7 @@ def initial_state() -> State:
     zeros = {leaf: put(np.zeros(like.shape, like.dtype)) for leaf, like in spec().items()}
     return {**zeros, "key": put(key), "order": put(order)}
 
+@phase("an update")
 def transition(state: State) -> Update:
     """One update on the next batch; a used-up order is first drawn anew from the key."""
     key, order, cursor, step = state["key"], state["order"], int(host(state["cursor"])), int(host(state["step"]))
@@ -392,31 +401,30 @@ def check_bytes(state: State, wanted: dict[str, str]) -> None:
             if (got := digest(value.tobytes())) != wanted[leaf]:
                 raise Failed(f"{leaf}, restored: wanted sha256 {wanted[leaf][:12]}, got {got[:12]}: {brief(value, 40)}")
 
-def publish(path: epath.Path, text: str, kind: type[Exception] = Failed) -> None:
+def publish(path: epath.Path, text: str) -> None:
     """Write a file whole or not at all, durably: readers and a power cut meet the old folder or the new file."""
-    with phase(f"{path} cannot be written", kind):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if str(path).startswith("gs://"):
-            path.write_text(text)  # one object write is atomic
-            return
-        try:
-            with open(temporary := f"{path}.{os.getpid()}", "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-        os.fsync(parent := os.open(path.parent, os.O_RDONLY))
-        os.close(parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if str(path).startswith("gs://"):
+        path.write_text(text)  # one object write is atomic
+        return
+    try:
+        with open(temporary := f"{path}.{os.getpid()}", "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    os.fsync(parent := os.open(path.parent, os.O_RDONLY))
+    os.close(parent)
 
 def share(path: epath.Path, text: str, kind: type[Exception]) -> None:
     """Process 0 publishes a file; every process must come to read it, or the folder is not shared."""
-    with together():
+    with together(), phase(f"{path.parent} cannot be written, choose another COURSE_CHECKPOINT_DIR", kind):
         if jax.process_index() == 0:
-            publish(path, text, kind)
-    with together(), phase(f"shared storage: {path}, as process 0 wrote it, is not to be read here", kind):
+            publish(path, text)
+    with together(), phase(f"{path.parent} is not shared: what process 0 wrote there cannot be read", kind):
         deadline = time.monotonic() + SHARE_SECONDS
         while not path.exists() and time.monotonic() < deadline:  # a network file system may take a moment
             time.sleep(0.02)
@@ -450,10 +458,12 @@ def restore_verified(folder: epath.Path, wanted: dict[str, str]) -> State:
 def save_accepted(folder: epath.Path, state: State) -> State:
     """Save, wait, restore, verify, and only then accept. Raises Refused (storage) or Failed."""
     token = folder / f"probe-{gather(os.urandom(8).hex())[0]}"
-    share(token, token.name, Refused)
-    with phase(f"{token}, removed"):
+    try:
+        share(token, token.name, Refused)
+    finally:
         if jax.process_index() == 0:
-            token.unlink()
+            with contextlib.suppress(OSError):  # one left behind harms nobody
+                token.unlink()
     with phase("step-one, saved by Orbax"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "step-one", state)
         checkpointer.wait_until_finished()  # save returns before the bytes are committed
@@ -474,17 +484,16 @@ def load_accepted(folder: epath.Path | str) -> State:
         manifest = json.loads(path.read_text())
         if manifest.pop("sha256") != digest(manifest):
             raise Refused(f"{path}: its own sha256 does not fit: changed after acceptance, bring the original back")
-        wanted = {**RECIPE, **contract(),
-                  "leaves": {leaf: [like.shape, str(like.dtype)] for leaf, like in spec().items()}}
+        wanted = {"devices": jax.device_count(), **RECIPE, **contract(),
+                  **{f"leaf {leaf}": [like.shape, str(like.dtype)] for leaf, like in spec().items()}}
         got = {**manifest["recipe"], **manifest,
-               "leaves": {leaf: [entry["shape"], entry["dtype"]] for leaf, entry in manifest["leaves"].items()}}
+               **{f"leaf {leaf}": [entry["shape"], entry["dtype"]] for leaf, entry in manifest["leaves"].items()}}
         for field in wanted:
             if digest(wanted[field]) != digest(got.get(field)):
                 raise Refused(f"{path}: {field}: wanted {brief(wanted[field])}, got {brief(got.get(field))}:"
                               " resume with the script and devices that saved it, or use a new folder")
         accepted = {leaf: str(entry["sha256"]) for leaf, entry in manifest["leaves"].items()}
-    if len(found := variants(gather(digest(manifest)))) > 1:
-        raise Refused(f"{path} differs between processes: {found}")
+    alike("accepted.json", gather(digest(manifest)[:12]))
     return restore_verified(path.parent, accepted)
 
 # ---- Injected faults: where each must show first ----
@@ -542,6 +551,7 @@ def diagnose(reference: list[Update]) -> tuple[list[str], dict[str, list[Update]
 REPORT = f"distributed-04-{'resume' if RESUME else 'first-pass'}.json"
 
 def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update]], table: list[str]) -> None:
+    """The JSON report, and the figure where matplotlib is installed."""
     restored, evidence = runs["restored"][0].state, epath.Path(EVIDENCE)
     figure = {"kind": "line", "x": list(range(1, len(runs["restored"]))),
               "xlabel": "update after checkpoint", "ylabel": "batch mean squared loss",
@@ -557,9 +567,7 @@ def write_evidence(folder: epath.Path, saved: State, runs: dict[str, list[Update
         "diagnosis": table, "figure": figure, "not_tested": [
             "several hosts: their network, their clocks, the storage between them", "accelerators other than backend",
             "any other training job: its state, data pipeline and optimizer"]}, indent=1))
-    if not importlib.util.find_spec("matplotlib"):
-        return
-    with phase("figure"):
+    if importlib.util.find_spec("matplotlib"):
         import matplotlib.figure
         matplotlib.rcParams["svg.hashsalt"] = "distributed-04"  # the same drawing is the same file
         drawing = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
@@ -579,8 +587,9 @@ def drill() -> list[str]:
             found = (folder / "step-one").exists(), (folder / "accepted.json").exists(), RESUME
         if found in REFUSALS:
             raise Refused(f"{folder}: {REFUSALS[found]}")
-        if EVIDENCE and jax.process_index() == 0:
-            publish(epath.Path(EVIDENCE) / REPORT, '{"verdict": "unfinished"}', Refused)
+        with phase(f"COURSE_EVIDENCE_DIR={EVIDENCE} cannot be written, choose another", Refused):
+            if EVIDENCE and jax.process_index() == 0:
+                publish(epath.Path(EVIDENCE) / REPORT, '{"verdict": "unfinished"}')
     start = initial_state()
     point = transition(start)
     restored = load_accepted(folder) if RESUME else save_accepted(folder, point.state)
@@ -605,7 +614,7 @@ def drill() -> list[str]:
         "Current-epoch batch matches; next-epoch batch exposes the wrong key.",
         "PASS: distributed-04" + (
             " (one process: not multi-controller evidence)" if MULTIPROCESS and jax.process_count() == 1 else "")]
-    with together():
+    with together(), phase(f"evidence in {EVIDENCE}"):
         if EVIDENCE and jax.process_index() == 0:
             write_evidence(folder, point.state, {"uninterrupted": uninterrupted, "restored": resumed, **faulty}, table)
     with phase("waiting for all processes to leave"):
