@@ -72,8 +72,8 @@ def folder_switch(name: str) -> str:
     bad = re.search(r"[][\\]|^\s|\s$", text) or re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs
     if bad or not text.isprintable() or len(text.encode()) > 1000:
         raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\, or gs://bucket/prefix")
-    if "step-one" in os.path.realpath(text).split("/"):
-        raise Refused(f"{name}={text!r}: give the parent folder of step-one")
+    if text and "step-one" in os.path.realpath(text).split("/"):
+        raise Refused(f"{name}={text!r} lies in a step-one: give that folder's parent")
     if on_gcs and not importlib.util.find_spec("gcsfs"):
         raise Refused(f"{name}={text!r} needs a package: pip install gcsfs")
     return text.rstrip("/") if on_gcs else text and os.path.abspath(text)
@@ -90,6 +90,10 @@ try:
     EVIDENCE = folder_switch("COURSE_EVIDENCE_DIR")
     if not FOLDER and (RESUME or MULTIPROCESS):
         raise Refused("COURSE_CHECKPOINT_DIR is unset: name the folder that first pass, resume and processes share")
+    if not all(map(importlib.util.find_spec, ("jax", "orbax", "numpy"))):
+        raise Refused("a package is missing: pip install jax orbax-checkpoint numpy, or uv run distributed_04.py")
+    if __name__ == "__main__" and not FOLDER:
+        FOLDER = tempfile.mkdtemp(prefix="distributed-04-")
 except (Refused, OSError) as reason:
     REFUSAL = str(reason)
     if not MULTIPROCESS:  # in a group it waits for the agreement: leaving alone would strand the others
@@ -355,6 +359,10 @@ def differences(wanted: list[Update], got: list[Update]) -> Iterator[tuple[str, 
             if unlike := [other for other in others if not equal(value, other)]:
                 yield f"{what} at update {number}", len(unlike), f"wanted {brief(value)}, got {brief(unlike[0])}"
 
+def check_equal(wanted: list[Update], got: list[Update]) -> None:
+    for sign, _, values in differences(wanted, got):
+        raise Failed(f"{sign}, after the restart: {values}")
+
 def check_arithmetic(before: State, run: list[Update]) -> None:
     """Each update once more, in float64 NumPy with the derivative 2/n x.T (x w - y) written out: no code shared."""
     for number, (ids, loss, after) in enumerate(run):
@@ -582,8 +590,8 @@ def drill() -> list[str]:
     """The protocol; returns the report. Raises Refused or Failed."""
     join_group()
     with together():
-        with phase(f"{FOLDER or 'temporary folder'} cannot be used", Refused):
-            folder = epath.Path(FOLDER or tempfile.mkdtemp(prefix="distributed-04-"))
+        with phase(f"{FOLDER} cannot be read", Refused):
+            folder = epath.Path(FOLDER)
             found = (folder / "step-one").exists(), (folder / "accepted.json").exists(), RESUME
         if found in REFUSALS:
             raise Refused(f"{folder}: {REFUSALS[found]}")
@@ -593,10 +601,12 @@ def drill() -> list[str]:
     start = initial_state()
     point = transition(start)
     restored = load_accepted(folder) if RESUME else save_accepted(folder, point.state)
-    uninterrupted, resumed = replay(point), replay(point._replace(state=restored))
+    again = point._replace(state=restored)
     with together():
-        for sign, _, values in differences(uninterrupted, resumed):
-            raise Failed(f"{sign}, after the restart: {values}")
+        check_equal([point], [again])
+    uninterrupted, resumed = replay(point), replay(again)
+    with together():
+        check_equal(uninterrupted, resumed)
         check_arithmetic(start, uninterrupted)
         check_arithmetic(start, resumed)
     table, faulty = diagnose(uninterrupted)
@@ -627,7 +637,7 @@ def main() -> NoReturn:
     except Refused as refusal:
         leave(2, [], str(refusal))
     except Failed as failure:
-        leave(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER or 'the checkpoint folder'}")
+        leave(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
     except BaseException:
         leave(1, [], traceback.format_exc())
 
