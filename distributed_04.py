@@ -30,6 +30,7 @@ gc.disable()  # importing JAX makes a million objects that live to the end; walk
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -472,6 +473,14 @@ def save_accepted(folder: epath.Path, state: State) -> State:
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # one left behind harms nobody
                 token.unlink()
+    with together():
+        if jax.process_index() == 0 and not str(folder).startswith("gs://"):
+            try:  # two saves at once delete each other's files; the lock ends with this process and leaves nothing
+                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refused(f"{folder}: another first pass is saving there: use a new folder") from None
+            except OSError:
+                pass  # a file system without locks: whoever loses is stopped by Orbax or by the digests
     with phase("step-one, saved by Orbax"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "step-one", state)
         checkpointer.wait_until_finished()  # save returns before the bytes are committed
