@@ -136,6 +136,7 @@ EXTRA_STEPS = 2
 START_SECONDS = 60
 PHASE_SECONDS = 20
 SHARE_SECONDS = 5
+END_SECONDS = 2
 HEARTBEAT_SECONDS = 25
 GATHER_BYTES = 8192
 RECIPE = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "prng": "threefry2x32 partitionable",
@@ -176,6 +177,23 @@ def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
         sys.stderr.write(f"{prefix}distributed_04.py: {reason}\n" if reason else "")
         sys.stderr.flush()
     os._exit(status)
+
+def end(status: int, out: list[str], reason: str) -> NoReturn:
+    """Leave, and end the whole group with the same lines: a peer inside a library's call would wait for this process."""
+    threading.Timer(END_SECONDS, leave, (status, out, reason)).start()  # for when the coordinator does not answer
+    if client := multihost_utils.distributed.global_state.client:
+        with contextlib.suppress(Exception):  # another process was first, or the coordinator is gone
+            client.key_value_set("end", json.dumps([status, out, reason]))
+        time.sleep(END_SECONDS)
+    leave(status, out, reason)
+
+def listen() -> None:
+    """A thread of every process: leave with the lines of whichever process ends the group."""
+    joined = multihost_utils.distributed.global_state
+    with contextlib.suppress(Exception):  # the group has ended well, or the coordinator is gone
+        lines = json.loads(joined.client.blocking_key_value_get("end", 1000 * START_SECONDS**2))
+        time.sleep(joined.process_id == 0)  # the others read from process 0, and are aborted when it is gone
+        leave(*lines)
 
 @contextlib.contextmanager
 def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECONDS) -> Iterator[None]:
@@ -238,6 +256,7 @@ def join_group() -> None:
                     shutdown_timeout_seconds=PHASE_SECONDS)
             except Exception as error:  # no launcher, or a port in use: the address says which
                 raise Refused(f"{what}: {brief(error, 300)}{place()[1]}") from error
+            threading.Thread(target=listen, daemon=True).start()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX's preemption notifier would swallow it
         counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1 or counts.total() < 2:
@@ -644,11 +663,11 @@ def main() -> NoReturn:
     try:
         leave(0, drill())
     except Refused as refusal:
-        leave(2, [], str(refusal))
+        end(2, [], str(refusal))
     except Failed as failure:
-        leave(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
+        end(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
     except BaseException:
-        leave(1, [], traceback.format_exc())
+        end(1, [], traceback.format_exc())
 
 if __name__ == "__main__":
     main()
