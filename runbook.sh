@@ -52,9 +52,7 @@ leave() {
   if [ "$failed" = 0 ] && [ -n "$BENCH" ]; then rm -rf "$BENCH"; fi
 }
 trap leave EXIT
-trap 'exit 129' HUP
-trap 'exit 130' INT
-trap 'exit 143' TERM
+trap 'exit 130' HUP INT TERM
 
 # ---- The environment: one Python, reached as `python` ----
 
