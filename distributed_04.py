@@ -47,7 +47,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C needs no traceback
@@ -165,9 +166,14 @@ def place() -> tuple[str, str]:
     address = f"rank {known.process_id} of {known.num_processes}, coordinator {known.coordinator_address}"
     return (f"[{known.process_id}/{known.num_processes}] ", f" ({address})") if MULTIPROCESS else ("", "")
 
+SPEAKING = threading.Lock()
+
 def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
-    """Print and exit at once: one write keeps a group's lines whole, and Orbax's threads would stay for minutes."""
-    prefix, _ = place()
+    """Print and exit at once: one write keeps a group's lines whole, and Orbax's threads would stay for minutes.
+
+    A failure ends the whole group with the same lines: a peer inside a library's call would wait for this process."""
+    SPEAKING.acquire()  # for good: one thread speaks for this process
+    joined, prefix = multihost_utils.distributed.global_state, place()[0]
     try:
         sys.stdout.write("".join(f"{prefix}{line}\n" for line in out))
         sys.stdout.flush()
@@ -176,24 +182,18 @@ def leave(status: int, out: list[str], reason: str = "") -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stderr.write(f"{prefix}distributed_04.py: {reason}\n" if reason else "")
         sys.stderr.flush()
+    if status and joined.client:
+        threading.Timer(END_SECONDS, os._exit, (status,)).start()  # the coordinator may not answer
+        with contextlib.suppress(Exception):  # another process was first
+            joined.client.key_value_set("end", json.dumps([status, out, reason]))
+        time.sleep(END_SECONDS / (2 if joined.process_id else 1))  # JAX aborts whoever outlives process 0
     os._exit(status)
 
-def end(status: int, out: list[str], reason: str) -> NoReturn:
-    """Leave, and end the whole group with the same lines: a peer inside a library's call would wait for this process."""
-    threading.Timer(END_SECONDS, leave, (status, out, reason)).start()  # for when the coordinator does not answer
-    if client := multihost_utils.distributed.global_state.client:
-        with contextlib.suppress(Exception):  # another process was first, or the coordinator is gone
-            client.key_value_set("end", json.dumps([status, out, reason]))
-        time.sleep(END_SECONDS)
-    leave(status, out, reason)
-
 def listen() -> None:
-    """A thread of every process: leave with the lines of whichever process ends the group."""
-    joined = multihost_utils.distributed.global_state
-    with contextlib.suppress(Exception):  # the group has ended well, or the coordinator is gone
-        lines = json.loads(joined.client.blocking_key_value_get("end", 1000 * START_SECONDS**2))
-        time.sleep(joined.process_id == 0)  # the others read from process 0, and are aborted when it is gone
-        leave(*lines)
+    """A thread of every process in a group: leave with the lines of whichever process ends it."""
+    with contextlib.suppress(Exception):  # the group has ended well, or process 0 is gone
+        client = multihost_utils.distributed.global_state.client
+        leave(*json.loads(client.blocking_key_value_get("end", 1000 * START_SECONDS**2)))
 
 @contextlib.contextmanager
 def phase(what: str, kind: type[Exception] = Failed, seconds: float = PHASE_SECONDS) -> Iterator[None]:
@@ -663,11 +663,11 @@ def main() -> NoReturn:
     try:
         leave(0, drill())
     except Refused as refusal:
-        end(2, [], str(refusal))
+        leave(2, [], str(refusal))
     except Failed as failure:
-        end(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
+        leave(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
     except BaseException:
-        end(1, [], traceback.format_exc())
+        leave(1, [], traceback.format_exc())
 
 if __name__ == "__main__":
     main()
