@@ -15,7 +15,7 @@ export LC_ALL=C
 unset CDPATH BASH_ENV ENV
 
 CASE_LIMIT=240 # seconds one transcript may take
-GROUP_GRACE=40 # seconds the others of a group still have once one has failed
+GROUP_GRACE=70 # seconds the others of a group still have once one has failed; the drill says after 60 who did not start
 STOP_GRACE=1   # seconds between SIGTERM and SIGKILL
 
 ACTION=${1-}
