@@ -9,9 +9,10 @@ import re
 import shutil
 from collections.abc import Iterable
 
-import distributed_04 as drill
 import numpy as np
 import orbax.checkpoint as ocp
+
+import distributed_04 as drill
 
 HERE = pathlib.Path.cwd()
 
