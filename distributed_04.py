@@ -73,7 +73,7 @@ def folder_switch(name: str) -> str:
     on_gcs = re.match(r"gs://\w", text)
     bad = re.search(r"[][\\]|^\s|\s$", text) or re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs
     if bad or not text.isprintable() or len(text.encode()) > 1000:
-        raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\, or gs://bucket/prefix")
+        raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\ and under 1000 bytes, or gs://bucket/prefix")
     if text and "step-one" in os.path.realpath(text).split("/"):
         raise Refused(f"{name}={text!r} lies in a step-one: give that folder's parent")
     if on_gcs and not importlib.util.find_spec("gcsfs"):
@@ -96,7 +96,7 @@ try:
         raise Refused("a package is missing: pip install jax orbax-checkpoint numpy, or uv run distributed_04.py")
     if __name__ == "__main__" and not FOLDER:
         FOLDER = tempfile.mkdtemp(prefix="distributed-04-")
-except (Refused, OSError) as reason:
+except (Refused, OSError) as reason:  # OSError: a relative folder, or none, where none can be had
     REFUSAL = str(reason)
     if not MULTIPROCESS:  # in a group it waits for the agreement: leaving alone would strand the others
         print(f"distributed_04.py: {REFUSAL}", file=sys.stderr)
@@ -242,7 +242,7 @@ def together() -> Iterator[None]:
 def alike(field: str, values: list[str]) -> None:
     """Refuse on every process, naming each one's value, unless all are equal."""
     if len(found := variants(values)) > 1:
-        raise Refused(f"all processes must be started alike: {field} is "
+        raise Refused(f"{field} must be the same on all processes, but is "
                       + ", ".join(f"{value} on {processes}" for value, processes in found.items()))
 
 def join_group() -> None:
