@@ -6,7 +6,6 @@
 
 Write four functions by the contract below; the audit looks for what is wrong with them. The training is two weights
 with momentum, a random perturbation and a cursor over four examples: small enough to try every bit of its checkpoint.
-
 Stage 1: one update agrees with independent arithmetic. 2: it goes on after save and restore in a fresh process.
 3: another configuration, a damaged file, an interrupted save are noticed. 4: all of them.
 COURSE_CHECKPOINT_DIR keeps the first checkpoint of stage 2 there, as recovery-audit.ckpt; with COURSE_RESUME=1 stage 2
@@ -57,7 +56,8 @@ OTHER_CONFIG = {"learning_rate": 0.02, "momentum": 0.6, "noise": 0.3}
 FIELDS = {"key": "uint64 (2,)", "cursor": "int64 ()", "velocity": "float64 (2,)", "weight": "float64 (2,)"}
 RTOL = 1e-12
 MAX_BYTES = 4096  # of a checkpoint: every bit of it is tried
-SECONDS = 60  # for the whole audit: an implementation may hang
+SECONDS = 120  # for the whole audit: an implementation may hang
+FORMAT = b"recovery-audit 1\n"  # under the digest, so that no other program's file has a right one
 CHECKPOINT, EVIDENCE = "recovery-audit.ckpt", "recovery-audit-evidence.json"
 State, Config = dict[str, np.ndarray | np.generic], dict[str, float]
 
@@ -89,7 +89,7 @@ class solution:
     def save(path: str, state: State, config: Config) -> None:
         body = json.dumps({"config": config, "state": {name: state[name].tolist() for name in FIELDS}}).encode()
         with open(f"{path}.tmp", "wb") as file:
-            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            file.write(hashlib.sha256(FORMAT + body).hexdigest().encode() + b"\n" + body)
             file.flush()
             os.fsync(file.fileno())  # or a power cut after the rename leaves a name without its bytes
         os.replace(f"{path}.tmp", path)
@@ -102,12 +102,13 @@ class solution:
         if not os.path.isfile(path):
             raise CorruptCheckpoint("not a file")
         digest, _, body = Path(path).read_bytes().partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
+        if hashlib.sha256(FORMAT + body).hexdigest().encode() != digest:
             raise CorruptCheckpoint("contents and SHA-256 disagree: use an earlier checkpoint")
         saved = json.loads(body)
         for name in sorted(saved["config"].keys() | config.keys()):
-            if saved["config"].get(name) != config.get(name):
-                raise ConfigMismatch(f"{name}: saved {saved['config'].get(name)}, now {config.get(name)}")
+            before, now = saved["config"].get(name, "nothing"), config.get(name, "nothing")
+            if before != now:
+                raise ConfigMismatch(f"{name}: saved with {before}, restored with {now}")
         return make_state(**saved["state"])
 
 class starter:
@@ -178,7 +179,7 @@ class Audit:
     """Questions to one implementation. A check yields what it has tried and seen, and raises Fault at a surprise."""
     def __init__(self, name: str, kept: Path | None = None, resume: bool = False):
         self.name, self.kept, self.resume, self.after = name, kept, resume, ""
-        self.running, self.process = "loading the implementation", None  # what to name, and to kill, if it hangs
+        self.running, self.process = "loading the implementation", None  # what to name, and to kill, at the end
 
     def call(self, function: str, *arguments) -> object:
         """What the function returns. Whatever it raises, SystemExit too, is a finding: a Fault that it caused."""
@@ -218,10 +219,9 @@ class Audit:
 
     def fresh_process(self, path: Path) -> Iterator[dict]:
         """What child(path) yields in a process of its own, which is self.process."""
-        import subprocess  # here, or stage 1 would pay for it
+        from subprocess import PIPE, Popen  # here, or stage 1 would pay for it
         command = [sys.executable, os.path.abspath(__file__), "--fresh-process", self.name, str(path)]
-        self.running = "restore, update or save in a fresh process"
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self.running, self.process = "restore, update or save in a fresh process", Popen(command, stdout=PIPE)
         for line in self.process.stdout:
             answer = json.loads(line)
             if isinstance(answer, list):
@@ -283,24 +283,24 @@ class Audit:
             raise Fault("restore", "a refusal", "a return")
         except Fault as fault:
             if not isinstance(fault.__cause__, wanted) or name not in fault.args[2]:
-                raise Fault(f"restore, {what} ({n})", f"{wanted.__name__} {name}".rstrip(), fault.args[2]) from None
+                kind = wanted.__name__ + (name and f" naming {name}")
+                raise Fault(f"restore, {what} ({n})", kind, fault.args[2]) from None
         return f"{what}: {wanted.__name__}"
 
-    def refusal(self, old: State, new: State) -> Iterator[str]:
+    def refusal(self, _: State, new: State) -> Iterator[str]:
         """restore raises ConfigMismatch for any other configuration, CorruptCheckpoint for any damage to the file"""
         path, folder, saved = self.new_path(), self.new_path(), OTHER_CONFIG
-        self.save(path, old, saved)
-        other = path.read_bytes()
+        self.save(path, {name: np.flip(value).copy() for name, value in new.items()}, saved)
+        other = path.read_bytes()  # of another state, yet as long, and with each of its parts in the same place
         self.save(path, new, saved)
         data, size = path.read_bytes(), path.stat().st_size
         compare(texts(new), texts(self.ask("restore", str(path), dict(saved))), "from restore")
-        more = {**saved, "weight_decay": 0.0}
-        yield self.refused("weight_decay added", 0.0, ConfigMismatch, path, more, "weight_decay")
         for name, value in saved.items():
-            fewer = {other: saved[other] for other in saved if other != name}
+            fewer = {key: saved[key] for key in saved if key != name}
             yield self.refused(f"{name} missing", value, ConfigMismatch, path, fewer, name)
             for n in 2 * value, np.nextafter(value, 1), -value, 0.0, CONFIG[name], np.nan:
                 yield self.refused(f"{name} changed", n, ConfigMismatch, path, {**saved, name: n}, name)
+        yield self.refused("decay added", 0.0, ConfigMismatch, path, {**saved, "decay": 0.0}, "decay")
         folder.mkdir()
         yield self.refused("folder in its place", "empty", CorruptCheckpoint, folder, saved)
         damaged = [("byte appended", n, data + bytes([n])) for n in range(256)]
@@ -311,6 +311,7 @@ class Audit:
             damaged += [("end of another", n, data[:n] + other[n:])]  # so with the digest of another, too
         for what, n, contents in damaged:
             if contents not in (data, other):
+                path.unlink(missing_ok=True)  # some file systems flush a file that is rewritten, which is slow
                 path.write_bytes(contents)
                 yield self.refused(what, n, CorruptCheckpoint, path, saved)
         path.write_bytes(data)
@@ -414,6 +415,8 @@ def main(arguments: list[str]) -> int:
     checks = {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
     records, scratch = [], tempfile.TemporaryDirectory(prefix="recovery-audit-", ignore_cleanup_errors=True)
     def conclude(fault: Fault | None) -> int:
+        if audit.process:
+            audit.process.kill()
         scratch.cleanup()
         name = os.path.basename(audit.name)
         text = "FAIL recovery-audit stage {}: {}: wanted {}, got {}" if fault else "PASS recovery-audit stage {}: {}"
@@ -427,8 +430,6 @@ def main(arguments: list[str]) -> int:
         return 1 if fault else 0
     def late() -> None:
         threading.Event().wait(SECONDS)
-        if audit.process:
-            audit.process.kill()
         os._exit(conclude(Fault(audit.running, f"an end within {SECONDS} s", "none")))
     threading.Thread(target=late, daemon=True).start()
     audit.functions, audit.scratch = load(audit.name), scratch.name
