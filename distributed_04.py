@@ -73,7 +73,7 @@ def folder_switch(name: str) -> str:
     on_gcs = re.match(r"gs://\w", text)
     bad = re.search(r"[][\\]|^\s|\s$", text) or re.match(r"~|\w[\w+.-]*:/", text) and not on_gcs
     if bad or not text.isprintable() or len(text.encode()) > 1000:
-        raise Refused(f"{name}={text!r}: give a folder in full, without ~ [ ] \\ and under 1000 bytes, or gs://bucket/prefix")
+        raise Refused(f"{name}={text!r}: give a full path, no ~ [ ] \\, under 1000 bytes, or gs://bucket/prefix")
     if text and "step-one" in os.path.realpath(text).split("/"):
         raise Refused(f"{name}={text!r} lies in a step-one: give that folder's parent")
     if on_gcs and not importlib.util.find_spec("gcsfs"):
