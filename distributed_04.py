@@ -87,18 +87,18 @@ if ARGUMENTS in (["--help"], ["-h"]):
 try:
     if ARGUMENTS:
         raise Refused(f"unknown argument {ARGUMENTS[0]!r}: the switches are environment variables, see --help")
-    MULTIPROCESS = switch("COURSE_MULTIPROCESS")
+    if not all(map(importlib.util.find_spec, ("jax", "orbax", "numpy"))):
+        raise Refused("a package is missing: pip install jax orbax-checkpoint numpy, or uv run distributed_04.py")
+    MULTIPROCESS = switch("COURSE_MULTIPROCESS")  # from here on a refusal waits for the agreement
     RESUME, FOLDER = switch("COURSE_RESUME"), folder_switch("COURSE_CHECKPOINT_DIR")
     EVIDENCE = folder_switch("COURSE_EVIDENCE_DIR")
     if not FOLDER and (RESUME or MULTIPROCESS):
         raise Refused("COURSE_CHECKPOINT_DIR is unset: name the folder that first pass, resume and processes share")
-    if not all(map(importlib.util.find_spec, ("jax", "orbax", "numpy"))):
-        raise Refused("a package is missing: pip install jax orbax-checkpoint numpy, or uv run distributed_04.py")
     if __name__ == "__main__" and not FOLDER:
         FOLDER = tempfile.mkdtemp(prefix="distributed-04-")
 except (Refused, OSError) as reason:  # OSError: a relative folder, or none, where none can be had
     REFUSAL = str(reason)
-    if not MULTIPROCESS:  # in a group it waits for the agreement: leaving alone would strand the others
+    if not MULTIPROCESS:  # in a group, leaving alone would strand the others
         print(f"distributed_04.py: {REFUSAL}", file=sys.stderr)
         raise SystemExit(2) from None
 
