@@ -5,6 +5,8 @@
 #   ./runbook.sh test [CASE...]      replay the transcripts; last line: N passed, N failed
 #   ./runbook.sh record [CASE...]    fill the transcripts in from a run; review with git diff expected/
 #   ./runbook.sh group N COMMAND...  N processes of COMMAND on this machine's CPU, as a launcher starts them
+#   ./runbook.sh tpu                 print the commands that drill the Cloud TPU slice $TPU_NAME in $ZONE
+#   ./runbook.sh tpu run             run them, and verify every worker's report
 #
 # .venv is made from expected/requirements.txt when it is needed; PYTHON=/path/to/python uses an environment
 # of your own. DEVICES (default 4) is the number of devices of a group, all its processes together.
@@ -16,6 +18,8 @@ unset CDPATH BASH_ENV ENV
 
 CASE_LIMIT=240 # seconds one transcript may take
 GROUP_GRACE=70 # seconds the others of a group still have once one has failed; the drill says after 60 who did not start
+PREPARE_LIMIT=900 # seconds the packages of a TPU worker may take
+PASS_LIMIT=300    # seconds a pass may take there
 STOP_GRACE=1   # seconds between SIGTERM and SIGKILL
 
 ACTION=${1-}
@@ -274,10 +278,156 @@ group() {
   return "$highest"
 }
 
+# ---- A Cloud TPU slice: commands to paste, or run and verified here ----
+
+# A variable as it stands between double quotes: its value, edited by $2 first, or itself where it has none.
+shown() {
+  if [ -z "${!1-}" ]; then printf '$%s' "$1" && return; fi
+  printf '%s\n' "${!1}" | sed -e "${2-}" -e 's/[\\"$`]/\\&/g' -e "s/!/\"'!'\"/g"
+}
+
+quoted() { printf '%s\n' "$1" | sed "s/'/'\\\\''/g; 1s/^/'/; \$s/\$/'/"; }
+
+locked() { sed -n "s/^$1\(==[^ ]*\).*/\1/p" "$EXPECTED/requirements.txt" | tail -n 1; } # the newest Python's is last
+
+# The images bring Python 3.10, which is too old for JAX.
+tpu_prepare() {
+  cat <<EOF
+mkdir -p ~/jax-tpu-lab && cd ~/jax-tpu-lab &&
+  python3 -m pip install -q --user uv && python3 -m uv venv -q --allow-existing --python 3.12 .venv &&
+  python3 -m uv pip install -q --python .venv/bin/python "jax[tpu]$(locked jax)" \\
+  orbax-checkpoint$(locked orbax-checkpoint) numpy$(locked numpy) gcsfs==2026.10.1
+EOF
+}
+
+# A pass in the folder $1, quoted.
+tpu_pass() {
+  cat <<EOF
+cd ~/jax-tpu-lab &&
+  COURSE_MULTIPROCESS=1 JAX_PLATFORMS=${TPU_BACKEND:-tpu} COURSE_CHECKPOINT_DIR=$1 \\
+  ${2-}.venv/bin/python distributed_04.py
+EOF
+}
+
+tpu_commands() {
+  local slice where folder
+  slice=$(shown TPU_NAME) folder=\'$(shown COURSE_CHECKPOINT_DIR "s/'/'\\\\''/g")\'
+  where="--zone=\"$(shown ZONE)\"${PROJECT:+ --project=\"$(shown PROJECT)\"} --worker=all"
+  cat <<EOF
+gcloud compute tpus tpu-vm ssh "$slice" $where --command='$(tpu_prepare)'
+gcloud compute tpus tpu-vm scp distributed_04.py "$slice":jax-tpu-lab/ $where
+gcloud compute tpus tpu-vm ssh "$slice" $where --command="$(tpu_pass "$folder")"
+gcloud compute tpus tpu-vm ssh "$slice" $where --command="$(tpu_pass "$folder" "COURSE_RESUME=1 ")"
+EOF
+}
+
+tpu_vm() { gcloud compute tpus tpu-vm "$@" --zone="$ZONE" ${PROJECT:+--project="$PROJECT"} </dev/null; }
+
+fail() {
+  printf 'runbook: %s\n' "$*" >&2
+  exit 1
+}
+
+# Runs $3 on every worker, and stops if it failed on one. What it prints stays there first, as --worker=all mixes the
+# streams. gcloud repeats a command whose ssh broke, though it may be running still: only the one that makes the folder
+# runs it, or a second first pass would be refused for the checkpoint of the first.
+step() {
+  local name=$1 limit=$2 worker file said failed_on="" culprit="" why=""
+  printf '%s\n' "$name"
+  tpu_vm ssh "$TPU_NAME" --worker=all --command="mkdir -p ~/jax-tpu-lab/$ID && cd ~/jax-tpu-lab/$ID || exit 1
+if mkdir $name; then timeout -k 5 $limit bash -c $(quoted "$3") >$name/report 2>&1; echo \$? >$name/status
+else echo '$name: ssh was repeated, the report of the first attempt stands'; fi
+for ((n = 0; n < $limit + 10; n++)); do [ ! -s $name/status ] || exit \$(cat $name/status); sleep 1; done
+exit 1" >"$RUN/$name.log" 2>&1
+  case $?:$name in 0:check | 0:prepare | 0:copy) return ;; esac
+  grep "^$name: ssh was repeated" "$RUN/$name.log"
+  for ((worker = 0; worker < WORKERS; worker++)); do
+    file=$RUN/$name.$worker
+    tpu_vm ssh "$TPU_NAME" --worker="$worker" --command="cd ~/jax-tpu-lab/$ID/$name && cat report && echo status \$(cat status)" \
+      >"$file" 2>>"$RUN/$name.log"
+    case $(tail -n 1 "$file") in
+      "status 0") continue ;;
+      "status 124" | "status 137") said="killed after $limit s" ;;
+      "status "*) said=$({ grep 'FAIL: ' "$file" || sed '$d' "$file"; } | tail -n 1) ;;
+      *) said="no report, or its end is missing" ;;
+    esac
+    failed_on="$failed_on $worker"
+    # The culprit is not one that only waited for another.
+    case $culprit:$why in :* | *": waited "[0-9]*) culprit=$worker why=$said ;; esac
+  done
+  [ -z "$culprit" ] || fail "worker $culprit: $name: $why (failed on:$failed_on; reports: $RUN/$name.*)"
+}
+
+# Compares all reports, in the order of processes, with what as many CPU devices print here: this is a transcript, too.
+verify() {
+  local pass rank devices
+  mkdir "$RUN/verify" "$RUN/verify.log"
+  for pass in first-pass resume; do
+    cat "$RUN/$pass".[0-9]* | grep '^\[[0-9]*/[0-9]*\] ' | sort -s -t / -k 1.2,1n >"$RUN/verify/$pass"
+  done
+  devices=$(sed -n 's/^.* Recorded backend.* \([0-9]*\)$/\1/p' "$RUN/verify/first-pass" | sed q)
+  sed "s/^DEVICES = .*/DEVICES = $devices/" distributed_04.py >"$RUN/cpu.py"
+  COURSE_MULTIPROCESS='' COURSE_RESUME='' COURSE_EVIDENCE_DIR='' COURSE_CHECKPOINT_DIR=$RUN/checkpoint \
+    "$PYTHON" "$RUN/cpu.py" >"$RUN/cpu" 2>&1 || fail "the run of '$devices' CPU devices here failed (see $RUN/cpu)"
+  {
+    echo "# decimals: rtol 2e-5 atol 2e-6"
+    for pass in first-pass resume; do
+      printf '$ sed "/ Checkpoint: /d" %s\n' "$pass"
+      for ((rank = 0; rank < WORKERS; rank++)); do
+        sed "/^Checkpoint:/d; s/^\(Recorded .*: \).*/\1${TPU_BACKEND:-tpu} $WORKERS $devices/; s/^PASS: .*/&$ALONE/
+          s|^|[$rank/$WORKERS] |" "$RUN/cpu"
+      done
+      echo '[exit 0]'
+    done
+  } >"$RUN/wanted"
+  (session "$RUN/wanted" "$RUN/verify")
+  diff "$RUN/wanted" "$RUN/verify.log/got" >"$RUN/diff" || fail "wanted '$(sed -n 's/^< //p' "$RUN/diff" | sed q)'," \
+    "got '$(sed -n 's/^> //p' "$RUN/diff" | sed q)' (see $RUN/diff)"
+  for pass in first-pass resume; do
+    [ "$(sed 's/^[^ ]* //' "$RUN/verify/$pass" | sort -u | grep -c .)" = "$(grep -c . "$RUN/cpu")" ] ||
+      fail "$pass: the processes print different lines (see $RUN/verify/$pass)"
+  done
+}
+
+tpu_run() {
+  local name state
+  command -v gcloud >/dev/null || refuse "gcloud is not on PATH: install the Google Cloud CLI"
+  for name in TPU_NAME ZONE COURSE_CHECKPOINT_DIR; do [ -n "${!name:-}" ] || refuse "$name is unset or empty"; done
+  [[ $COURSE_CHECKPOINT_DIR = gs://* || ${TPU_SHARED:-} = 1 ]] ||
+    refuse "COURSE_CHECKPOINT_DIR=$COURSE_CHECKPOINT_DIR is not on gs://: TPU_SHARED=1 says that all workers share it"
+  environment
+  ID=$(date +%Y%m%d-%H%M%S)-tpu-$$ RUN=$ROOT/runs/$ID ALONE=
+  { mkdir -p "$RUN" && cd "$ROOT"; } || refuse "the reports cannot be kept in $RUN"
+  tpu_vm describe "$TPU_NAME" --format='value(state,networkEndpoints.len())' >"$RUN/slice" 2>"$RUN/slice.log" ||
+    refuse "TPU_NAME=$TPU_NAME: $(tail -n 1 "$RUN/slice.log")"
+  read -r state WORKERS <"$RUN/slice"
+  [ "$state" = READY ] || refuse "TPU_NAME=$TPU_NAME is $state, not READY"
+  [ "$WORKERS" -gt 1 ] || ALONE=" (one process: not multi-controller evidence)"
+  [ -n "$ALONE" ] || ssh-add -T ~/.ssh/google_compute_engine.pub >/dev/null 2>&1 ||
+    refuse "gcloud copies to several workers with a key from the ssh agent: ssh-add ~/.ssh/google_compute_engine"
+  # shellcheck disable=SC2016 # for the worker
+  step check 60 'sudo=$(sudo -n true 2>/dev/null && echo sudo -n)
+held=$($sudo find /proc/[0-9]*/fd -lname "/dev/accel*" -o -lname "/dev/vfio/[0-9]*" 2>/dev/null | cut -d / -f 3 | sort -u)
+[ -z "$held" ] || { echo the chips are held by process $held; exit 1; }'
+  step prepare "$PREPARE_LIMIT" "$(tpu_prepare)"
+  tpu_vm scp distributed_04.py "$TPU_NAME":jax-tpu-lab/ --worker=all >"$RUN/scp.log" 2>&1
+  step copy 60 "cksum <~/jax-tpu-lab/distributed_04.py | grep -x '$(cksum <distributed_04.py)' ||
+{ echo distributed_04.py did not arrive; exit 1; }"
+  step first-pass "$PASS_LIMIT" "$(tpu_pass "$(quoted "$COURSE_CHECKPOINT_DIR")")"
+  step resume "$PASS_LIMIT" "$(tpu_pass "$(quoted "$COURSE_CHECKPOINT_DIR")" "COURSE_RESUME=1 ")"
+  verify
+  printf 'worker  processes  devices  first pass  resume\n'
+  cat "$RUN"/verify/{first-pass,resume} | awk '$2 == "Recorded" { size[$1] = sprintf("%-11s%-9s", $(NF - 1), $NF) }
+    $2 == "PASS:" { if ($1 in passed) printf "%-8s%s%sPASS\n", substr($1, 2) + 0, size[$1], passed[$1]; passed[$1] = "PASS        " }'
+  printf 'Reports: %s\nPASS: every worker; ids as the CPU run here, losses within the tolerance%s\n' "$RUN" "$ALONE"
+}
+
 case $#:$ACTION in
   0:) main_job ;;
   *:test | *:record) shift && replay_named "$@" ;;
   *:group) shift && group "$@" ;;
+  1:tpu) tpu_commands ;;
+  2:tpu) [ "$2" = run ] || refuse "tpu or tpu run, not tpu '$2'" && tpu_run ;;
   *:help | *:--help | *:-h) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
   *) refuse "unknown command '$ACTION'; ./runbook.sh help lists them" ;;
 esac
