@@ -395,7 +395,7 @@ tpu_run() {
     refuse "gcloud copies to several workers with a key from the ssh agent: ssh-add ~/.ssh/google_compute_engine"
   # shellcheck disable=SC2016 # for the worker
   step check 60 'sudo=$(sudo -n true 2>/dev/null && echo sudo -n)
-held=$($sudo find /proc/[0-9]*/fd -lname "/dev/accel*" -o -lname "/dev/vfio/[0-9]*" 2>/dev/null | cut -d / -f 3 | sort -u)
+held=$($sudo find /proc/[0-9]*/fd -lname "/dev/accel*" -o -lname "/dev/vfio/[0-9]*" 2>/dev/null | cut -d / -f 3)
 [ -z "$held" ] || { echo the chips are held by process $held; exit 1; }'
   step prepare "$PREPARE_LIMIT" "$(tpu_prepare)"
   tpu_vm scp distributed_04.py "$TPU_NAME":jax-tpu-lab/ --worker=all >"$RUN/scp.log" 2>&1
@@ -406,7 +406,7 @@ held=$($sudo find /proc/[0-9]*/fd -lname "/dev/accel*" -o -lname "/dev/vfio/[0-9
   verify
   printf 'worker  processes  devices  first pass  resume\n'
   cat "$RUN"/verify/{first-pass,resume} | awk '$2 == "Recorded" { size[$1] = sprintf("%-11s%-9s", $(NF - 1), $NF) }
-    $2 == "PASS:" { if ($1 in passed) printf "%-8s%s%sPASS\n", substr($1, 2) + 0, size[$1], passed[$1]; passed[$1] = "PASS        " }'
+    $2 == "PASS:" && passed[$1]++ { printf "%-8s%s%-12s%s\n", substr($1, 2) + 0, size[$1], "PASS", "PASS" }'
   printf 'Reports: %s\nPASS: every worker; ids as the CPU run here, losses within the tolerance%s\n' "$RUN" "$ALONE"
 }
 
