@@ -26,8 +26,7 @@ The update for the example (x, y) = EXAMPLES[cursor], whose squared error is (x 
   gradient   2 (x . weight - y) x + noise * ((words[0:2] >> 11) / 2**53 - 1/2)
   velocity'  momentum * velocity + gradient   as in torch.optim.SGD
   weight'    weight - learning_rate * velocity'
-  cursor'    (cursor + 1) mod 4
-  key'       words[2:4]
+  cursor'    (cursor + 1) mod 4;    key'  words[2:4]
 Floats may differ by 1e-12 of their size. Philox (Salmon et al., 2011) is counter-based: it has no state but its key.
 """
 
@@ -178,7 +177,8 @@ def calls_in(action: Callable, look: Callable = lambda: None) -> str:
 class Audit:
     """Questions to one implementation. A check yields what it has tried and seen, and raises Fault at a surprise."""
     def __init__(self, name: str, kept: Path | None = None, resume: bool = False):
-        self.name, self.kept, self.resume, self.after = name, kept, resume, ""
+        self.name = os.path.abspath(name) if name.endswith(".py") else name
+        self.kept, self.resume, self.after = kept, resume, ""
         self.running, self.process = "loading the implementation", None  # what to name, and to kill, at the end
 
     def call(self, function: str, *arguments) -> object:
@@ -237,7 +237,8 @@ class Audit:
             yield texts(state)
             yield texts(self.ask("update", state, dict(CONFIG)))
         else:
-            old, new = self.two_states()
+            _, old = self.two_states()
+            new = self.ask("update", old, dict(CONFIG))
             while True:
                 self.save(path, old)
                 yield {}
@@ -318,9 +319,9 @@ class Audit:
         if call := re.search(r"\S*(pickle\._?loads?|ler\.load|marshal\.loads?|ns\.eval|ns\.exec|pickle=True)", names):
             raise Fault("restore", "nothing that runs what a file brings", f"a call of {call[0]}")
 
-    def interruption(self, old: State, new: State) -> Iterator[str]:
+    def interruption(self, _: State, old: State) -> Iterator[str]:
         """save stopped anywhere, or killed, leaves the old or the new checkpoint whole; it syncs file and folder"""
-        left = []  # (how, state before, files left behind)
+        left, new = [], self.ask("update", old, dict(CONFIG))  # left: (how, state before, files left behind)
         def files() -> dict[str, bytes]:
             return {file.name: file.read_bytes() if file.is_file() else b"" for file in path.parent.iterdir()}
         for how, before in ("a first save stopped", None), ("a save stopped", old):
@@ -330,7 +331,7 @@ class Audit:
             names = calls_in(lambda: self.save(path, new), lambda: files() in seen or seen.append(files()))
             left += [(how, before, found) for found in seen]
         if not any(len(found) > 1 for found in seen):
-            raise Fault("temporary file of save", "one beside the checkpoint: renames from elsewhere copy", "none")
+            raise Fault("temporary file of save", "one beside the checkpoint, to be renamed over it", "none")
         order = " ".join(re.findall(rf"\b{os.name}\.(fsync|rename|replace)\b", names))
         if not re.search("fsync (rename|replace)" + " fsync" * (os.name == "posix"), order):
             raise Fault("order in save", "fsync of the file, rename, fsync of the folder", order or "none of them")
@@ -396,9 +397,8 @@ def settings(arguments: list[str]) -> tuple[Audit, int, str | None]:
             tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         refuse(f"{path}: {error.strerror}; name a folder that can be written")
-    name = options.implementation
-    name = os.path.abspath(name) if name.endswith(".py") else name
-    return Audit(name, kept, resume), options.stage, options.evidence_dir and os.path.abspath(options.evidence_dir)
+    folder = options.evidence_dir and os.path.abspath(options.evidence_dir)
+    return Audit(options.implementation, kept, resume), options.stage, folder
 
 def main(arguments: list[str]) -> int:
     child = arguments[:1] == ["--fresh-process"]
