@@ -671,7 +671,7 @@ def main() -> NoReturn:
         leave(2, [], str(refusal))
     except Failed as failure:
         leave(1, [f"FAIL: distributed-04: {failure}"], f"look in {FOLDER}")
-    except BaseException:
+    except Exception:
         leave(1, [], traceback.format_exc())
 
 if __name__ == "__main__":
