@@ -11,6 +11,7 @@ Stage 1: one update agrees with independent arithmetic. 2: it goes on after save
 COURSE_CHECKPOINT_DIR keeps the first checkpoint of stage 2 there, as recovery-audit.ckpt; with COURSE_RESUME=1 stage 2
 restores that file, of an earlier run, instead. Exit status: 0 `PASS recovery-audit stage N`; 1 `FAIL recovery-audit
 stage N: <field or check>: wanted ..., got ...`; 2 cannot start as asked. Implementations print to standard error.
+
 The contract
   state   dict of NumPy values: weight float64 (2,), velocity float64 (2,), cursor int64 (), key uint64 (2,)
   config  dict of floats: learning_rate, momentum, noise
@@ -223,8 +224,7 @@ class Audit:
         from subprocess import PIPE, Popen  # here, or stage 1 would pay for it
         command = [sys.executable, os.path.abspath(__file__), "--fresh-process", self.name, str(path)]
         self.running, self.process = "restore, update or save in a fresh process", Popen(command, stdout=PIPE)
-        for line in self.process.stdout:
-            answer = json.loads(line)
+        for answer in map(json.loads, self.process.stdout):
             if isinstance(answer, list):
                 raise Fault(f"{answer[0]} in a fresh process", *answer[1:])
             yield answer
@@ -375,7 +375,7 @@ def settings(arguments: list[str]) -> tuple[Audit, int, str | None]:
     parser.error = lambda message: refuse(f"{message} (see --help)")
     parser.add_argument("--implementation", default="solution", help="starter, solution (default) or FILE.py")
     parser.add_argument("--stage", type=int, choices=range(1, 5), default=4, help="default: 4")
-    parser.add_argument("--evidence-dir", metavar="DIR", help=f"for {EVIDENCE}; default: a new temporary folder")
+    parser.add_argument("--evidence-dir", type=os.path.abspath, help="default: a new temporary folder")
     options = parser.parse_args(arguments)
     folder, resume = os.environ.get("COURSE_CHECKPOINT_DIR", ""), os.environ.get("COURSE_RESUME", "")
     if resume not in ("", "0", "1"):
@@ -389,16 +389,16 @@ def settings(arguments: list[str]) -> tuple[Audit, int, str | None]:
     if kept and not resume and os.path.lexists(kept):
         refuse(f"{kept} exists, and is never overwritten: use a new folder, or COURSE_RESUME=1 to restore it")
     try:
-        if (path := options.evidence_dir) is not None:
+        if path := options.evidence_dir:
             os.makedirs(path, exist_ok=True)
-            Path(path, EVIDENCE).open("a").close()
+            with Path(path, EVIDENCE).open("a") as file:
+                file.write(" " * 4096)  # is there room for it?
         if kept and not resume:
             os.makedirs(path := folder, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         refuse(f"{path}: {error.strerror}; name a folder that can be written")
-    folder = options.evidence_dir and os.path.abspath(options.evidence_dir)
-    return Audit(options.implementation, kept, resume), options.stage, folder
+    return Audit(options.implementation, kept, resume), options.stage, options.evidence_dir
 
 def main(arguments: list[str]) -> int:
     child = arguments[:1] == ["--fresh-process"]
@@ -414,9 +414,10 @@ def main(arguments: list[str]) -> int:
         except Fault as fault:
             print(json.dumps(fault.args), file=out, flush=True)
         return 0
-    checks = {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
+    once, checks = threading.RLock(), {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
     records, scratch = [], tempfile.TemporaryDirectory(prefix="recovery-audit-", ignore_cleanup_errors=True)
     def conclude(fault: Fault | None) -> int:
+        once.acquire()  # never released to another thread: the first verdict stands
         if audit.process:
             audit.process.kill()
         scratch.cleanup()
@@ -430,10 +431,9 @@ def main(arguments: list[str]) -> int:
         lines = [f"  {check['seen'].total()} tried: {check['holds']}" for check in records]
         print(verdict, *([] if fault else [*lines, f"Evidence: {evidence}"]), sep="\n", file=out, flush=True)
         return 1 if fault else 0
-    def late() -> None:
-        threading.Event().wait(SECONDS)
-        os._exit(conclude(Fault(audit.running, f"an end within {SECONDS} s", "none")))
-    threading.Thread(target=late, daemon=True).start()
+    timer = threading.Timer(SECONDS, lambda: os._exit(conclude(Fault(audit.running, f"an end in {SECONDS} s", "none"))))
+    timer.daemon = True
+    timer.start()
     audit.functions, audit.scratch = load(audit.name), scratch.name
     try:
         old, new = audit.two_states()
