@@ -414,10 +414,10 @@ def main(arguments: list[str]) -> int:
         except Fault as fault:
             print(json.dumps(fault.args), file=out, flush=True)
         return 0
-    once, checks = threading.RLock(), {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
+    end, checks = threading.RLock(), {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
     records, scratch = [], tempfile.TemporaryDirectory(prefix="recovery-audit-", ignore_cleanup_errors=True)
     def conclude(fault: Fault | None) -> int:
-        once.acquire()  # never released to another thread: the first verdict stands
+        end.acquire()  # never released to another thread: the first verdict stands
         if audit.process:
             audit.process.kill()
         scratch.cleanup()
