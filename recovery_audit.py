@@ -37,12 +37,12 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import types
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import RLock, Timer
 
 import numpy as np
 from numpy.random import Philox
@@ -414,7 +414,7 @@ def main(arguments: list[str]) -> int:
         except Fault as fault:
             print(json.dumps(fault.args), file=out, flush=True)
         return 0
-    end, checks = threading.RLock(), {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
+    end, checks = RLock(), {1: [audit.one_update], 2: [audit.restart], 3: [audit.refusal, audit.interruption]}
     records, scratch = [], tempfile.TemporaryDirectory(prefix="recovery-audit-", ignore_cleanup_errors=True)
     def conclude(fault: Fault | None) -> int:
         end.acquire()  # never released to another thread: the first verdict stands
@@ -431,7 +431,7 @@ def main(arguments: list[str]) -> int:
         lines = [f"  {check['seen'].total()} tried: {check['holds']}" for check in records]
         print(verdict, *([] if fault else [*lines, f"Evidence: {evidence}"]), sep="\n", file=out, flush=True)
         return 1 if fault else 0
-    timer = threading.Timer(SECONDS, lambda: os._exit(conclude(Fault(audit.running, f"an end in {SECONDS} s", "none"))))
+    timer = Timer(SECONDS, lambda: os._exit(conclude(Fault(audit.running, f"an end within {SECONDS} s", "none"))))
     timer.daemon = True
     timer.start()
     audit.functions, audit.scratch = load(audit.name), scratch.name
